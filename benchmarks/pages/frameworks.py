@@ -45,6 +45,10 @@ In PyTorch's frameworks, Megatron-LM, DeepSpeed and MaxText each axis of the mes
 weights (heads, d_ff and vocab together) or the sequence, and experts lie over some of these axes. ZeRO shards
 over the axes that do not split weights.
 
+Megatron-LM cuts each sequence into two chunks per context rank, so twice these ranks divide the length. In
+torchtitan, context parallelism needs FlexAttention, which gathers keys and values, and a multiple of 128
+tokens on each rank; `torchtitan@0.2` also has rings and recomputes some of the layers.
+
 On NVIDIA's GPUs, XLA's frameworks and Megatron-LM (TransformerEngine) compute products of float32 in TF32.
 PyTorch's compute them in float32, which is 7 to 16 times as slow from H100 to GB200, and convolutions in
 TF32; `float32=tf32` is `torch.set_float32_matmul_precision("high")`.

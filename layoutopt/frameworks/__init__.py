@@ -11,6 +11,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from costmodels.frameworks import load_framework
+from costmodels.frameworks.framework import VERSION
 from layoutopt.front_ends import front_end_of
 from layoutopt.space.restriction import EVERYTHING, Restriction
 from mesh_tf_core.model import Model
@@ -19,16 +20,23 @@ from mesh_tf_core.padding import padded as longer
 
 def restriction_of(framework: str) -> Restriction:
     """The restriction of a framework, by the name that `--framework` takes."""
-    return says(load_framework(framework).says)
+    return of_version(says(load_framework(framework).says), framework)
+
+
+def of_version(restriction: Restriction, framework: str) -> Restriction:
+    """The restriction of the version that a framework's name has."""
+    version = load_framework(framework).options().get(VERSION, "") if framework else ""
+    return restriction.versions.get(version, restriction)
 
 
 def says(name: str) -> Restriction:
-    """The restriction to what a framework can express; none if nobody says what."""
+    """The restriction to what `NAME[@VERSION]` can express; none if nobody says what."""
+    name, _, version = name.partition("@")
     module = name.replace("-", "_")
     if module not in {each.name for each in iter_modules(__path__)}:
         return EVERYTHING
     found: Restriction = import_module(f"{__name__}.{module}").SAYS
-    return found
+    return found.versions.get(version, found)
 
 
 def as_built(framework: str, model: Model) -> Model:

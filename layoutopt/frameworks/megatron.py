@@ -3,15 +3,15 @@
 Optimizer state is whole, or split over the data and context ranks (`--use-distributed-optimizer`). Key-value
 heads may be fewer than the tensor ways, and are then copied. Recomputation is of whole layers (full), all or
 the first ones of each stage (block), of whole stages (uniform, of all their layers), or of some modules of
-each layer (selective). Optimizer state may be on the
-host (`--optimizer-cpu-offload`).
+each layer (selective). Optimizer state may be on the host (`--optimizer-cpu-offload`). Twice the context ways
+divide the length in every form (megatron/training/arguments.py:1336 @d98e8a6).
 """
 
 from collections.abc import Iterable, Mapping
 from itertools import combinations
 
 from layoutopt.frameworks.torch import StartedSchedules
-from layoutopt.space.degrees import Degrees
+from layoutopt.space.degrees import Degrees, EvenSequence
 from layoutopt.space.kind import ALL
 from layoutopt.space.recompute import KEEP, SOME
 from layoutopt.space.restriction import ANY, Restriction
@@ -69,6 +69,6 @@ SAYS = Restriction(
         "pipeline": ANY,
         "schedule": ("1f1b", "interleaved"),
     },
-    relations=(Degrees(copies=True), StartedSchedules(_started)),
+    relations=(Degrees(copies=True), EvenSequence(2), StartedSchedules(_started)),
     granularity={"storage": ALL, "offload": ALL, "recompute": ALL},
 )

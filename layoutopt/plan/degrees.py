@@ -18,10 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from costmodels.frameworks import load_framework
+from layoutopt.frameworks import of_version, says
 from layoutopt.frameworks.megatron import MEGATRON_MODULES
 from layoutopt.plan.decided import ELSEWHERE
 from layoutopt.plan.exported import HALVES, NAMED, Exported, ExportedTensor, cannot, comment
 from layoutopt.plan.units import some
+from layoutopt.space.degrees import EvenSequence
+from layoutopt.space.kind import GATHER
 from layoutopt.space.storage import chosen_stages
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import MICROBATCH, TICK
@@ -110,6 +113,11 @@ class ParallelDegrees:
         if shards and not {*axes_of("context")} <= {*shards}:
             ranks = "+".join(shards)
             raise cannot(to, f"stores split over the ranks of the sequence too, but this plan over {ranks}")
+        length = next((whole[dim] for dim in sequence if dim in whole), 0)
+        for each in of_version(says(to), what.framework).relations:
+            if isinstance(each, EvenSequence) and not each.fits((length,), what.mesh, axes_of("context")):
+                but = f"but this plan splits {length} over {ways['context']}"
+                raise cannot(to, f"gives each rank a multiple of {each.multiple} tokens of a sequence, {but}")
         return cls(
             **ways,
             tensor=what.mesh.group_size(over),
@@ -119,7 +127,7 @@ class ParallelDegrees:
             sequence=bool(what.decided.refined.get(ELSEWHERE)),
             stage=stage,
             batch=next((whole[dim] for dim in batch), 0) * parts,
-            length=next((whole[dim] for dim in sequence if dim in whole), 0),
+            length=length,
         )
 
     def examples(self, parts: int) -> int:
@@ -207,7 +215,7 @@ def heading(what: Exported, found: ParallelDegrees, to: str) -> Iterator[str]:
         )
 
 
-_CONTEXT = {"gather": "all_gather", "ring": "p2p", "zigzag": "p2p", "all_to_all": "a2a"}
+_CONTEXT = {GATHER: "all_gather", "ring": "p2p", "zigzag": "p2p", "all_to_all": "a2a"}
 """The form of context parallelism -> Megatron's `--cp-comm-type`."""
 
 
@@ -236,7 +244,8 @@ def megatron(what: Exported) -> str:
         flags.append(("num-virtual-stages-per-pipeline-rank", order.rounds))
     given = order.given if counts else {}
     flags += [(f"decoder-{end}-pipeline-num-layers", layers) for end, layers in given.items()]
-    flags += [("cp-comm-type", _CONTEXT[form]) for form in list(decided.context.values())[:1]]
+    if found.context > 1:
+        flags.append(("cp-comm-type", _CONTEXT[next(iter(decided.context.values()), GATHER)]))
     mode, count = what.recomputed
     if mode:
         flags.append(("recompute-granularity", mode))

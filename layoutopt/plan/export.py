@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from costmodels.frameworks import framework_names
-from layoutopt.frameworks import says
-from layoutopt.frameworks.torchtitan import RECOMPUTES
+from layoutopt.frameworks import of_version, says
 from layoutopt.plan import degrees
 from layoutopt.plan.decided import ELSEWHERE, rules_in
 from layoutopt.plan.exported import Exported, ExportedTensor, comment, software
@@ -38,7 +37,8 @@ def export(what: Exported, to: str) -> str:
         raise UserError(f"--to {to!r}: no such format; {known_names(to, FORMATS)}")
     form, named = FORMATS[to], software(to)
     under = f"search with --framework {named}" if named in framework_names() else ""
-    even = any(isinstance(relation, Even) for relation in form.says.relations)
+    can = of_version(form.says, what.framework)
+    even = any(isinstance(relation, Even) for relation in can.relations)
     for v in what.variables if even else ():
         for name, size, axes in zip(v.dims, v.sizes, v.splits, strict=True):
             if size % (ways := what.mesh.group_size(axes)):
@@ -47,7 +47,7 @@ def export(what: Exported, to: str) -> str:
                     f"padded, because its {name!r} of size {size} is not divisible by {ways} devices; "
                     f"{under or 'search with --storage layout'}, or train with layoutopt"
                 )
-    if lost := beyond(form.says, what.decided):
+    if lost := beyond(can, what.decided):
         raise UserError(
             f"{to} cannot express this plan, in which {lost.words}; train with layoutopt, "
             f"{under or lost.instead}, or choose another format"
@@ -197,14 +197,13 @@ class ExportForm:
 PLAIN: Mapping[str, tuple[bool, ...] | None] = {"recompute": (False, True), "microbatches": ANY}
 """Fields that every form expresses, in comments at least."""
 TENSORS = Restriction("tf-dtensor", {**PLAIN, "storage": ANY, ELSEWHERE: ANY}, (Even(),))
-TITAN = replace(says("torchtitan"), says={**(says("torchtitan").says or {}), "recompute": RECOMPUTES})
 FORMATS: Mapping[str, ExportForm] = {
     "mesh-tensorflow": ExportForm(_mesh_tensorflow, says("mesh-tensorflow"), orders=True),
     "tf-dtensor": ExportForm(_dtensor, TENSORS, every_variable=True, orders=True),
     "jax": ExportForm(_jax, says("jax"), every_variable=True, arrays="jax", orders=True),
     "haliax": ExportForm(_haliax, Restriction("haliax", PLAIN), orders=True),
     "maxtext": ExportForm(maxtext, says("maxtext")),
-    "torchtitan": ExportForm(torchtitan, TITAN),
+    "torchtitan": ExportForm(torchtitan, says("torchtitan")),
     "megatron": ExportForm(degrees.megatron, says("megatron")),
     "deepspeed": ExportForm(degrees.deepspeed, says("deepspeed")),
     "transformers": ExportForm(transformers, says("transformers"), arrays="torch"),

@@ -13,7 +13,6 @@ from typing import Any
 from costmodels.frameworks import load_framework
 from layoutopt.plan.degrees import ParallelDegrees, heading, stages_of, within_experts
 from layoutopt.plan.exported import HALVES, Exported, cannot, comment
-from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.schedules import kind_name
 from mesh_tf_core.lower.storage import STAGES
 
@@ -67,7 +66,8 @@ def torchtitan(what: Exported) -> str:
         names = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "circular": "LoopedBFS"}
         names |= {"zb-v": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
         parallelism["pipeline_parallel_schedule"] = names[kind_name(decided.schedule or "gpipe")]
-        if counts := stages_of(what)[1]:
+        order, counts = stages_of(what)
+        if counts:
             ends = itertools.pairwise((0, *itertools.accumulate(counts)))
             own = [[f"layers.{n}" for n in range(*each)] for each in ends]
             head = "output" if old else "lm_head"
@@ -76,11 +76,13 @@ def torchtitan(what: Exported) -> str:
         else:  # By default both ends have a layer less.
             parallelism["pipeline_parallel_first_stage_less_layers"] = 0
             parallelism["pipeline_parallel_last_stage_less_layers"] = 0
+            if order.rounds > 2:  # By default one stage of a rank, or two.
+                layers = next(map(what.size, decided.pipeline))
+                parallelism["pipeline_parallel_layers_per_stage"] = layers // (found.stages * order.rounds)
     if found.context > 1:
         form = next(iter(decided.context.values()), "gather")
         exchange = {"context_parallel_rotate_method": "allgather" if form == "gather" else "alltoall"}
-        balance = {"context_parallel_load_balancer": "headtail" if form == "zigzag" else None}
-        parallelism |= exchange if old else balance
+        parallelism |= exchange if old else {"context_parallel_load_balancer": None}
     compiled = {"enable": True}
     tensor_messages = options.get("tensor_messages") == "async"
     (parallelism if old else compiled)["enable_async_tensor_parallel"] = tensor_messages
@@ -104,11 +106,6 @@ def torchtitan(what: Exported) -> str:
         training["disable_cuda_graphs"] = True  # which are on by default
     mode, count = what.recomputed
     mode = mode or "none"
-    if count and not old:
-        raise UserError(
-            "torchtitan recomputes some of the layers up to release 0.2 alone; export with --framework "
-            "torchtitan@0.2"
-        )
     sections: dict[str, dict[str, Any]]
     sections = {"parallelism": parallelism, "training": training, "compile": compiled}
     if old:

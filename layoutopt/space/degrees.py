@@ -14,13 +14,13 @@ all axes but the tensor ones, or in hybrid sharding over those of a node among t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from layoutopt.space.diloco import Rarely
 from layoutopt.space.kind import Choice, Decision
-from layoutopt.space.restriction import Coupling, DecisionRelation, DimRoles, Role
+from layoutopt.space.restriction import Coupling, DecisionRelation, DimRoles, Only, Role
 from layoutopt.space.sequence_parallel import Elsewhere
 from layoutopt.space.splits import Split
 from layoutopt.space.stages import StageSplit
@@ -227,6 +227,21 @@ class Degrees(DecisionRelation):
         """What may be split further elsewhere: the sequence, over the tensor axes."""
         own = _having(decision, tensor) if tensor and decision.dim in roles.named[Role.SEQUENCE] else []
         return [(), *own]
+
+
+@dataclass(frozen=True)
+class EvenSequence(DecisionRelation):
+    """Each of the ranks that share a sequence has a multiple of some tokens."""
+
+    multiple: int
+
+    def couplings(self, every: Every, roles: DimRoles, mesh: Mesh) -> Iterator[Coupling]:
+        only = Only(lambda of, choice: self.fits(roles.lengths.get(of.name, ()), mesh, choice))
+        yield from only.couplings(every, roles, mesh)
+
+    def fits(self, lengths: Iterable[int], mesh: Mesh, over: Axes) -> bool:
+        """True if sequences of some lengths can be split over axes."""
+        return all((n := mesh.group_size(over)) == 1 or size % (n * self.multiple) == 0 for size in lengths)
 
 
 def _divides(used: list[str], tensor: Axes, done: bool) -> bool:

@@ -11,7 +11,7 @@ A restriction states
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -51,12 +51,14 @@ class DimRoles:
       weights: of each trained variable, its dimensions of the roles `INNER` and `EXPERTS`.
       sizes: of each variable that is stored, the sizes of the dimensions that storage may split.
       whole: dimension -> why it cannot be split at all.
+      lengths: of each dimension of inputs that is a sequence, its sizes.
     """
 
     named: Mapping[Role, tuple[str, ...]]
     weights: frozenset[frozenset[str]] = frozenset()
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
+    lengths: Mapping[str, Set[int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: Model) -> DimRoles:
@@ -76,7 +78,10 @@ class DimRoles:
         }
         weights = ({*v.shape.names} & {*inner, *own.experts} for v in variables)
         sizes = {v.name: v.shape.sizes[v.stacked :] for v in stored}
-        return cls(named, frozenset(frozenset(names) for names in weights if names), sizes, graph.unsplit)
+        given = {n for t in graph.inputs.values() for n in t.shape.names} & {*own.sequence}
+        lengths = {name: found for name, found in graph.dims().items() if name in given}
+        held = frozenset(frozenset(names) for names in weights if names)
+        return cls(named, held, sizes, graph.unsplit, lengths)
 
     def names(self, *of: str) -> tuple[str, ...]:
         """The dimensions of roles, and those that are named."""
@@ -196,6 +201,7 @@ class Restriction:
       roles: those of the model (`of`).
       applied: front end -> the limits of models of it, whose plans are applied to the user's program.
       reasons: field of `SearchSpace` -> why it has no other values.
+      versions: version of the framework -> the limits of it, where they are others.
     """
 
     name: str = ""
@@ -205,6 +211,7 @@ class Restriction:
     roles: DimRoles | None = None
     applied: Mapping[str, Restriction] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, Restriction] = field(default_factory=dict)
 
     @property
     def about(self) -> DimRoles:

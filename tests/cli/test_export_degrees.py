@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import re
 import sys
 import tomllib
@@ -14,24 +15,31 @@ from typing import Any
 import pytest
 
 from costmodels.frameworks import load_framework
+from costmodels.hardware import load_hardware
 from examples.deepseek_lm import model as latent
 from examples.moe_lm import model as mixture
 from examples.transformer_lm import model as transformer
+from layoutopt.analysis.lint import unexpressed
+from layoutopt.frameworks import restriction_of
 from layoutopt.frameworks.megatron import MEGATRON_MODULES, SAYS
 from layoutopt.plan.build import decided
 from layoutopt.plan.degrees import ParallelDegrees
 from layoutopt.plan.export import FORMATS, export
 from layoutopt.plan.exported import Exported, placed
+from layoutopt.space.context import WAYS
 from layoutopt.space.decisions import SearchSpace
+from layoutopt.space.degrees import EvenSequence
+from layoutopt.space.kind import GATHER
 from mesh_tf_core import Layout, Mesh, Options
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.op import PRODUCTS
+from mesh_tf_core.ir.schedules import layer_order
 from mesh_tf_core.lower.nodes import weights
 from mesh_tf_core.lower.recomputed import keep_sets, recomputed
 from mesh_tf_core.lower.remat_policy import Policies, policies
 
 MODEL = transformer(
-    positions="learned", layers=4, d_model=32, d_kv=8, heads=4, d_ff=64, vocab=64, batch=32, length=16
+    positions="learned", layers=4, d_model=32, d_kv=8, heads=4, d_ff=64, vocab=64, batch=32, length=512
 )
 FORMS = ("torchtitan", "megatron", "deepspeed")
 TENSOR = "batch:data;heads:model;d_ff:model;vocab:model"
@@ -71,8 +79,8 @@ def test_degrees_multiply_to_the_devices_and_batches_to_the_batch(to: str) -> No
         "torchtitan": {
             "data_parallel_replicate_degree": 4,
             "tensor_parallel_degree": 2,
-            "num_tokens_per_train_step": 32 * 16,
-            "num_tokens_per_microbatch_per_dp_rank": 4 * 16,
+            "num_tokens_per_train_step": 32 * 512,
+            "num_tokens_per_microbatch_per_dp_rank": 4 * 512,
         },
         "megatron": {"tensor-model-parallel-size": "2", "micro-batch-size": "4", "global-batch-size": "32"},
         "deepspeed": {"train_batch_size": 32, "gradient_accumulation_steps": 2},
@@ -168,13 +176,31 @@ def test_pipelines_and_recomputation() -> None:
         export(what, "deepspeed")
 
 
+@pytest.mark.parametrize("kind", (restriction_of("torchtitan").says or {})["schedule"] or ())
+def test_torchtitan_makes_the_stages_of_the_plan(kind: str) -> None:
+    """By the rule of torchtitan/distributed/pipeline_parallel.py, the same from 0.2.2 to b5bcd76."""
+    model = transformer(layers=8, d_model=32, d_kv=8, heads=4, d_ff=64, vocab=64, batch=32, length=16)
+    on, layout = Mesh("pipe:2"), Layout("layers:pipe")
+    for schedule in [f"{kind}:{n}" for n in (2, 4)] if kind in ("interleaved", "circular") else [kind]:
+        options = Options(schedule=schedule, microbatches=8)
+        said = decided(options, layout, model.stages(on, layout))
+        what = Exported("", on, layout, *placed(model.lower(on, layout, options)), said)
+        for version in ("0.2", "0.3", "main"):
+            found = settings(replace(what, framework=f"torchtitan@{version}"), "torchtitan")
+            ends = sum(found[f"pipeline_parallel_{end}_stage_less_layers"] for end in ("first", "last"))
+            own = found.get("pipeline_parallel_layers_per_stage")
+            usual = 1 if kind in ("gpipe", "1f1b") else 2  # of each rank, where nothing is said
+            stages = 2 * usual if own is None else math.ceil((8 + ends) / own)
+            assert stages == layer_order(schedule, 2).virtual.size
+
+
 def test_some_of_the_layers_are_recomputed() -> None:
     what = exported("data:8", "batch:data", "torchtitan@0.2", recompute=("layers:count=1",))
     found = settings(what, "megatron")
     assert (found["recompute-method"], found["recompute-num-layers"]) == ("block", "1")
     titan = settings(what, "torchtitan")
     assert (titan["mode"], titan["selective_ac_option"]) == ("selective", "3")
-    with pytest.raises(UserError, match=r"up to release 0\.2 alone"):
+    with pytest.raises(UserError, match="only 1 of the layers are recomputed"):
         export(replace(what, framework=""), "torchtitan")
     with pytest.raises(UserError, match="only 1 of the layers are recomputed"):
         export(what, "deepspeed")
@@ -208,7 +234,7 @@ def test_unequal_stages(schedule: str, flags: dict[str, str], layers: list[int])
 def test_a_step_has_the_batch_of_the_model_under_every_schedule(schedule: str) -> None:
     what = exported("pipe:2;data:4", "layers:pipe;batch:data", schedule=schedule, microbatches=8)
     assert ParallelDegrees.of(what, "torchtitan").batch == 32
-    assert settings(what, "torchtitan")["num_tokens_per_train_step"] == 32 * 16
+    assert settings(what, "torchtitan")["num_tokens_per_train_step"] == 32 * 512
 
 
 def test_half_a_decision_is_no_setting() -> None:
@@ -223,10 +249,45 @@ def test_half_a_decision_is_no_setting() -> None:
         export(hosted, "megatron")
 
 
+SEQUENCE = "batch:data;length:seq;memory_length:seq;positions:seq"
+
+
 def test_a_table_of_positions_lies_as_the_sequence_does() -> None:
-    what = exported("data:4;seq:2", "batch:data;length:seq;memory_length:seq;positions:seq")
+    what = exported("data:4;seq:2", SEQUENCE)
     assert settings(what, "megatron")["context-parallel-size"] == "2"
     assert settings(what, "torchtitan")["context_parallel_degree"] == 2
+
+
+@pytest.mark.parametrize("framework", ["megatron", "torchtitan", "torchtitan@0.2"])
+def test_every_form_of_context_parallelism_is_written_or_refused(framework: str) -> None:
+    """By default, Megatron-LM runs a ring; torchtitan has no ring from 0.3 on."""
+    to, can = framework.partition("@")[0], restriction_of(framework)
+    for form in WAYS:
+        forms = frozenset() if form == GATHER else frozenset({("memory_length", form)})
+        what = exported("data:4;seq:2", SEQUENCE, framework, context=forms)
+        if not can.expresses("context", form):
+            with pytest.raises(UserError, match=f"{to} cannot express this plan.*{form}"):
+                export(what, to)
+        elif to == "megatron":
+            said = {"gather": "all_gather", "all_to_all": "a2a"}
+            assert settings(what, to)["cp-comm-type"] == said.get(form, "p2p")
+
+
+@pytest.mark.parametrize("framework", ["megatron", "torchtitan", "torchtitan@0.2"])
+def test_a_sequence_is_split_where_a_multiple_divides_it(framework: str) -> None:
+    (even,) = (r for r in restriction_of(framework).relations if isinstance(r, EvenSequence))
+    assert pickle.loads(pickle.dumps(even)) == even
+    for length, fits in ((16 * even.multiple, True), (8 * even.multiple, False)):
+        own = transformer(layers=2, d_model=32, d_kv=8, heads=4, d_ff=64, vocab=64, batch=32, length=length)
+        mesh, layout = Mesh("seq:16"), Layout("length:seq;memory_length:seq")
+        what = Exported("", mesh, layout, *placed(own.lower(mesh, layout)), decided(Options(), layout))
+        lost, _ = unexpressed(own, load_hardware("h100", framework), mesh, layout, Options())
+        assert bool(lost) is not fits, (lost, length)
+        if fits:
+            export(replace(what, framework=framework), framework.partition("@")[0])
+            continue
+        with pytest.raises(UserError, match=f"gives each rank a multiple of {even.multiple} tokens"):
+            export(replace(what, framework=framework), framework.partition("@")[0])
 
 
 def test_selective_recomputation_is_each_ones_own() -> None:
@@ -305,7 +366,7 @@ def test_what_torchtitan_compiles_is_written(release: str, messages: str) -> Non
 
 def test_releases_of_torchtitan_have_other_names() -> None:
     old = settings(exported("data:8", "batch:data", "torchtitan@0.2"), "torchtitan")
-    assert (old["local_batch_size"], old["global_batch_size"], old["seq_len"]) == (4, 32, 16)
+    assert (old["local_batch_size"], old["global_batch_size"], old["seq_len"]) == (4, 32, 512)
     assert old["mode"] == "none"
     assert settings(exported("data:8", "batch:data", "torchtitan@0.3"), "torchtitan")["local_batch_size"] == 4
 
@@ -338,7 +399,7 @@ def test_torchtitan_has_the_fields_that_are_written(release: str, monkeypatch: p
     for mesh, layout, more in (
         ("data:4;model:2", f"{TENSOR};length@elsewhere:model", {}),
         ("pipe:2;data:4", "layers:pipe;batch:data", staged),
-        ("data:4;seq:2", "batch:data;length:seq;memory_length:seq;positions:seq", {}),
+        ("data:4;seq:2", SEQUENCE, {}),
     ):
         space: dict[str, Any] = {}
         exec(export(exported(mesh, layout, f"torchtitan@{release}", **more), "torchtitan"), space)
@@ -371,7 +432,7 @@ def test_what_degrees_cannot_say_is_refused(to: str) -> None:
 @pytest.mark.parametrize("to", ["torchtitan", "deepspeed"])
 def test_storage_is_over_the_ranks_of_the_sequence_too(to: str) -> None:
     split = dict.fromkeys(MATRICES, "zero3@data")
-    what = exported("data:2;seq:4", "batch:data;length:seq;memory_length:seq;positions:seq", storage=split)
+    what = exported("data:2;seq:4", SEQUENCE, storage=split)
     with pytest.raises(UserError, match=f"{to} stores split over the ranks of the sequence too"):
         export(what, to)
 

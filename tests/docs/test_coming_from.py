@@ -212,6 +212,7 @@ MEANINGS: dict[str, Meaning] = {
     "rules of `activation_norm_length`": SEQUENCE,
     "`enable_async_tensor_parallel`": sends("permute"),
     "`ici_context_parallelism`": CONTEXT,
+    "`context_parallel_degree`": sends("all_gather"),
     "`ici_expert_parallelism`": EXPERT,
     "`ici_pipeline_parallelism`": stages("1f1b"),
     '`pipeline_parallel_schedule = "Interleaved1F1B"`, V stages per rank': stages("interleaved:2"),
