@@ -380,20 +380,24 @@ class Pooled(torch.nn.Module):
 def test_what_is_inside_of_a_module_is_sharded_first() -> None:
     """`fully_shard` refuses a module inside of one that is sharded: ViT's patches lie beside a table."""
     module, _ = MODULES["images"]()
-    wrapped = [*_wrapped(module, [], set())]
+    wrapped = [*_wrapped(module, [], {})]
     inner, outer = "vit.embeddings.patch_embeddings.projection", "vit.embeddings"
     assert wrapped.index(inner) < wrapped.index(outer)
     module, _ = t5()
     # Blocks that are no loop, as the first of T5, are wrapped like the others; other matrices only if asked.
     blocks = {f"{part}.block.{n}" for part in ("encoder", "decoder") for n in range(3)}
-    assert {*_wrapped(module, [], set(), None, False)} == blocks
+    assert {*_wrapped(module, [], {}, None, False)} == blocks
     # Nothing calls a projection whose weight `nn.MultiheadAttention` reads itself.
     pooled = Pooled()
     images = {"x": torch.randn(8, 4, 16), "y": torch.arange(8)}
-    called = layoutopt.from_torch(pooled, images).styles.called
-    assert {*_wrapped(pooled, [], set(), called)} == {"attention", "head"}
+    flow = layoutopt.from_torch(pooled, images).styles
+    assert {*_wrapped(pooled, [], flow.reads, flow.called)} == {"attention", "head"}
+    # A table that code around it reads would be split again by then, and is no DTensor of tensor ranks.
+    model, (tied, _) = imported("rereading")
+    assert {*_wrapped(tied, [], model.styles.reads, model.styles.called)} == {"inner"}
+    assert "vocab" in model.styles.without
     found = [
-        *_wrapped(module, [f"{part}.block.{n}" for part in ("encoder", "decoder") for n in (1, 2)], set())
+        *_wrapped(module, [f"{part}.block.{n}" for part in ("encoder", "decoder") for n in (1, 2)], {})
     ]
     assert {f"{part}.block.{n}" for part in ("encoder", "decoder") for n in range(3)} < {*found}
     assert not any(".block.0." in path for path in found)

@@ -44,6 +44,7 @@ CASES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
     "kept": ("llama", SQUARE, HEADS, "zero1@data", {"microbatches": 2, "recompute": KEEP}),
     "tied, tensor": ("tied", SQUARE, HEADS, "zero3@data", {}),
     "tied": ("tied", "data:4", "batch:data", "zero3", {"microbatches": 2}),
+    "tied by code": ("rereading", "data:4", "batch:data", "zero3", {}),
     "norms of heads": ("qwen3", SQUARE, HEADS, "zero3@data", {}),
     "gpt2, hybrid": ("gpt2", "far:2;near:2", "batch:far+near", "zero3@near", {}),
     "mixer": ("mixer", SQUARE, "batch:data;wide:model;tokens_in:model", "zero3@data", {}),

@@ -293,6 +293,23 @@ def layered(layer: Any = Biased, length: int = 6, **more: Any) -> Given:
     return Layers(layer, **more), {"x": torch.randn(8, length, 12), "y": torch.randn(8, length, 4)}
 
 
+class Rereading(nn.Module):
+    """Code that reads the weight of a module that it also calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner = nn.Embedding(32, 16), nn.Linear(16, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        scores = functional.linear(self.inner(self.table(ids)).relu(), self.table.weight)
+        return functional.cross_entropy(scores.flatten(0, 1), ids.flatten())
+
+
+def rereading() -> Given:
+    torch.manual_seed(0)
+    return Rereading().double(), {"ids": torch.randint(32, (8, 4))}
+
+
 MODULES: dict[str, Any] = {
     "llama": llama,
     "tied": lambda: llama(tied=True),
@@ -307,6 +324,7 @@ MODULES: dict[str, Any] = {
     "perceptron": perceptron,
     "masked": masked,
     "scalar": scalar,
+    "rereading": rereading,
     "biased": layered,
 }
 

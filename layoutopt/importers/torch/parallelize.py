@@ -12,7 +12,7 @@ from layoutopt.importers.torch.calls import torch_module
 from layoutopt.importers.torch.capture import without_checkpoints
 from layoutopt.importers.torch.ranks import DATA, EXPERTS, PIPE, TENSOR, PlanRanks, split_experts
 from layoutopt.importers.torch.stacks import PassingHooks, TensorBlock, on_ranks
-from layoutopt.importers.torch.styles import StyleFlow, linear_dims, owned
+from layoutopt.importers.torch.styles import Readers, StyleFlow, linear_dims, owned
 from layoutopt.importers.torch.sums import split_linear, sum_gradients, sync_batch_norms
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.lower.remat_policy import ATTENTION, PRODUCTS
@@ -48,7 +48,7 @@ def parallelized(module: Any, ranks: PlanRanks, mesh: Any, flow: StyleFlow, whol
       mesh: as `by_use` has it.
       whole: what calls the module, a part of a stage; None: nothing does.
     """
-    tied = shared_parameters(module)
+    reads = flow.reads | {path: {""} for paths in shared_parameters(module) for path in paths}
     if ranks.size(ranks.tensor) > 1:
         split_weights(module, ranks, mesh[TENSOR], flow)
     if ranks.options.recompute and hasattr(module, "config"):
@@ -69,7 +69,7 @@ def parallelized(module: Any, ranks: PlanRanks, mesh: Any, flow: StyleFlow, whol
             sync_batch_norms(module, mesh[DATA]._flatten("data").get_group(), flow.norms)
         # Where all lies whole until the end of the backward pass, more groups are more messages alone.
         often = (GRADIENT, BACKWARD) in SPLIT[ranks.stage]
-        for path in _wrapped(module, layers, {p for paths in tied for p in paths}, flow.called, often):
+        for path in _wrapped(module, layers, reads, flow.called, often):
             _shard(module.get_submodule(path), ranks, mesh)
         _shard(module if whole is None else whole, ranks, mesh, True)
     return module
@@ -84,11 +84,11 @@ def same_everywhere(module: Any) -> None:
 
 
 def _wrapped(
-    module: Any, layers: Collection[str], tied: set[str], called: Any = None, matrices: bool = True
+    module: Any, layers: Collection[str], reads: Readers, called: Any = None, matrices: bool = True
 ) -> Iterator[str]:
     """What gathers its parameters on its own: each layer, and outside of them each module with a matrix, as
-    the root keeps what it gathers until the backward pass. A tied weight is the root's, as is what is not
-    `called`: nothing would gather it."""
+    the root keeps what it gathers until the backward pass. A weight that code around a module `reads`, as a
+    tied one, is the root's, as is what is not `called`: nothing would gather it."""
     nn, lists = torch_module().nn, {p.rpartition(".")[0] for p in layers}
     lists = {p for p in lists if isinstance(module.get_submodule(p), nn.ModuleList | nn.ModuleDict)}
     for p, own in module.named_modules():  # layers that differ are no loop: the first of T5 has a table
@@ -98,14 +98,21 @@ def _wrapped(
     every = [p for p, _ in module.named_modules() if called is None or p in called]
     beside = (p for p in every if p.rpartition(".")[0] in lists and [*module.get_submodule(p).parameters()])
     inside = tuple(dict.fromkeys((*layers, *beside)))
+    left = {*reads}  # in no group so far: the next around a parameter has it
+
+    def alone(path: str) -> bool:
+        own = {p for p in left if p.startswith(f"{path}.")}
+        if found := all(f"{reader}.".startswith(f"{path}.") for p in own for reader in reads[p]):
+            left.difference_update(own)
+        return found
+
     # Each call of `fully_shard` makes arrays of its own: two layers would come apart.
-    yield from (p for p in inside if not any(path.startswith(f"{p}.") for path in tied))
+    yield from filter(alone, inside)
     for path in every[::-1] if matrices else ():  # what is inside of a module first
         own = module.get_submodule(path)
         if path and not any(path == p or path.startswith(f"{p}.") for p in inside):
-            named = {f"{path}.{name}": p for name, p in own.named_parameters(recurse=False)}
-            known = hasattr(own, "set_requires_gradient_sync")
-            if any(p.ndim > 1 for p in named.values()) and not tied & named.keys() and not known:
+            matrix = any(p.ndim > 1 for p in own.parameters(recurse=False))
+            if matrix and not hasattr(own, "set_requires_gradient_sync") and alone(path):
                 yield path
 
 

@@ -50,6 +50,8 @@ def module_parameters(module: Any, origin: ImportedFunction) -> dict[str, ArrayA
 
 
 Owned = list[tuple[str, ArrayAxes, Any]]
+Readers = dict[str, set[str]]
+"""Path of a parameter -> the modules whose own code reads it."""
 
 
 def owned(module: Any, parameters: Mapping[str, ArrayAxes]) -> Owned:
@@ -93,6 +95,7 @@ class StyleFlow:
 
     Attributes:
       called: paths of modules that are called; None: unknown.
+      reads: the readers of every parameter; of a tied one, under each of its paths.
       norms: paths of modules whose own code takes statistics of the batch by `batch_norm`.
       without: dimension -> why no style splits it.
       partial: dimension -> the variables whose gradients are parts of a sum if it is split; of a sequence, if
@@ -139,11 +142,20 @@ class StyleFlow:
         for path in mixing(origin.block, self.experts):
             self.without[self.experts[path]] = f"{path} does more than add up what it makes of single rows"
         names, held = dict[str, int](), owned(module, parameters)
+        by, owners = dict[str, set[str]](), dict[str, set[str]]()
+        for e in origin.block.walk():
+            for x in e.ins:
+                by.setdefault(getattr(x, "path", ""), set()).add(e.scope.replace("/", "."))
+        for path, array in parameters.items():
+            owners.setdefault(array.path, set()).add(path.rpartition(".")[0])
+        self.reads = {path: by.get(array.path, set()) for path, array in parameters.items()}
         for path, array, of in held:
             styled = isinstance(of, torch_module().nn.Linear | torch_module().nn.Embedding)
             sent = path.rpartition(".")[0] in self.experts
             for name, size in zip(sum(array.axes, ()), sum(array.sizes, ()), strict=True):
                 names[name] = size
+                if styled and self.reads[path] - owners[array.path]:
+                    self.without.setdefault(name, f"code outside of its module reads {path}")
                 if not styled and not (sent and name in choices):
                     self.without.setdefault(name, f"{path} is neither of a linear map nor of an embedding")
         self._sizes = names
