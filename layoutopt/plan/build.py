@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -138,18 +139,27 @@ class Plan:
         return self.data.alternatives
 
     def alternative(self, name: str) -> Alternative:
-        """The alternative with this name, or with this part of a name.
+        """The alternative of this name, else the one with it in its name; FSDP, TP and DP + TP are names, too.
 
         Raises:
-          UserError: no alternative, or more than one, has the name.
+          UserError: no alternative, or more than one, has the name, or the plan's own layout has it.
         """
-        found = {each.name: each for each in self.alternatives}
-        near = [n for n in found if name.casefold() in n.casefold()]
-        if name in found or len(near) == 1:
-            return found[name if name in found else near[0]]
-        raise UserError(
-            f"{name!r} is neither a layout nor an alternative of the plan; {known_names(name, found)}"
-        )
+        made = self.mesh, self.layout, self.options.key
+
+        def own(of: Alternative) -> bool:
+            return made == (Mesh(of.mesh or self.data.mesh), layout_of(of), options_of(of).key)
+
+        asked, others = name.casefold(), {of.name: of for of in self.alternatives if not own(of)}
+        known = {n: _short_names(n) for n in others}
+        exact = [n for n, short in known.items() if asked in (n.casefold(), *short[:1])]
+        parts = [n for n, short in known.items() if asked in short]
+        found = exact or parts or [n for n in others if re.search(rf"\b{re.escape(asked)}", n.casefold())]
+        if len(found) == 1:
+            return others[found[0]]
+        what = "means several alternatives" if found else "is neither a layout nor an alternative"
+        if name in {of.name for of in self.alternatives} - others.keys():
+            what = "is the layout"
+        raise UserError(f"{name!r} {what} of the plan; {known_names(name, found or others)}")
 
     @property
     def question(self) -> Searched:
@@ -300,6 +310,13 @@ def decided(options: Options, layout: Layout, pipeline: Mapping[str, int] = NO_S
     found["pipeline"] = dict(pipeline)
     found["refined"] = refined_of(layout)
     return Decided.model_validate(found)
+
+
+def _short_names(name: str) -> list[str]:
+    """The initials of a named strategy, as 'dp + tp' of 'data + tensor parallel', and of its parts."""
+    kinds = name.removesuffix(" parallel").split(" + ") if name.endswith(" parallel") else []
+    kinds = [kind if kind.isupper() else f"{kind[0]}p" for kind in kinds] or re.findall(r"\((\w+)\)", name)
+    return [" + ".join(kinds).casefold(), *map(str.casefold, kinds)]
 
 
 def given_fields(model: Model, mesh: Mesh, layout: Layout, options: Options) -> dict[str, Any]:
