@@ -21,6 +21,7 @@ Changes of one kind of decision beside a layout, for all its subjects alike, eac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,12 +39,13 @@ from layoutopt.plan.units import seconds_text, size_text, step_change, used_text
 from layoutopt.runtime.clock import Clock
 from layoutopt.space.allow import EVERYTHING, resolved
 from layoutopt.space.decisions import KINDS, Decisions, SearchSpace, beyond
-from layoutopt.space.kind import EVERY_VARIABLE, Choice, Chosen, Decision, Target
+from layoutopt.space.kind import EVERY_VARIABLE, MIXED, Choice, Chosen, Decision, Target
 from layoutopt.space.objective import Objective
 from layoutopt.space.recompute import COUNT, Recompute
 from layoutopt.space.splits import Split
+from layoutopt.space.storage import Storage
 from layoutopt.space.undivided import stored_at
-from mesh_tf_core.errors import LayoutError, UserError
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
@@ -107,15 +109,18 @@ def _choices(kind: type[Decision], target: Target) -> tuple[dict[str, Any], list
     return {name: getattr(DEFAULT, name) for options in found for name in options}, found
 
 
-def unexpressed(
-    model: Model, machine: Hardware, mesh: Mesh, layout: Layout, options: Options
-) -> tuple[str, str]:
-    """Finds what a framework has no setting for, and a change that mends it, in words; "", "": nothing."""
+Lost = tuple[str, str, tuple[Layout, Options] | None]
+"""What a framework has no setting for, and a change that mends it, in words and as what then runs."""
+NOTHING: Lost = "", "", None
+
+
+def unexpressed(model: Model, machine: Hardware, mesh: Mesh, layout: Layout, options: Options) -> Lost:
+    """Finds what a framework has no setting for, if anything."""
     restriction = restriction_of(machine.framework).of(model)
     if restriction.says is None:
-        return "", ""
+        return NOTHING
     if lost := beyond(restriction, decided(options, layout, model.stages(mesh, layout))):
-        return f"a plan in which {lost.words}", ""
+        return f"a plan in which {lost.words}", "", None
     target = Target.on(machine, model, mesh)
     space = resolved(SearchSpace(allow=(EVERYTHING,)), [target]).settled(Objective.TIME)
     again = (*space.recompute, *(f"{COUNT}{each.only}" for each in options.recompute if each.only))
@@ -124,10 +129,10 @@ def unexpressed(
     near = tuple({a for stage in options.storage.values() for a in read_stage(stage).over or ()})
     key = SubproblemKey.of(model, mesh, layout, options)
     found = decisions_of(key, space, model, lambda _: near)
-    return ("", "") if found is None else _odd(found, found.write(layout, options))
+    return NOTHING if found is None else _odd(found, layout, options)
 
 
-def _chosen(of: Decision, choice: Choice) -> str:
+def _chosen(of: Decision, choice: Choice, options: Options) -> str:
     """An option in the words of commands: "storage zero1@data", "recompute layers:count=8"."""
     if isinstance(of, Split):
         return f"{of.name} over {'+'.join(choice)}" if choice else f"{of.name} whole"
@@ -135,20 +140,27 @@ def _chosen(of: Decision, choice: Choice) -> str:
         of.apply(choice, to := Chosen())
         return f"recompute {', '.join(map(str, to.options.get('recompute', ()))) or 'never'}"
     name = of.name.removesuffix(f" of {EVERY_VARIABLE}")
+    if choice == MIXED and isinstance(of, Storage):  # a stage for all, which some of them have no use for
+        given = dict.fromkeys(str(read_stage(options.storage.get(v, 0))) for v in of.variables)
+        return f"{name} {' and '.join(given)}"
     return f"{name} {'@'.join(filter(None, (*choice[:1], '+'.join(choice[1:])))) or 'no'}"
 
 
-def _odd(found: Decisions, chosen: dict[str, Choice]) -> tuple[str, str]:
-    def said(*names: str, **other: Choice) -> str:
-        return ", ".join(_chosen(found.named[n], other.get(n, chosen[n])) for n in names)
+def _odd(found: Decisions, layout: Layout, options: Options) -> Lost:
+    chosen = found.write(layout, options)
 
-    odd = [n for n, options in found.options.items() if chosen[n] not in options]
+    def said(*names: str, **other: Choice) -> str:
+        return ", ".join(_chosen(found.named[n], other.get(n, chosen[n]), options) for n in names)
+
+    odd = [n for n, every in found.options.items() if chosen[n] not in every]
     broken = [n for each in found.couplings if not each.allows(chosen) for n in reversed(each.names)]
     for name in (odd or dict.fromkeys(broken)) if len(odd) < 2 else ():
-        for other in sorted(found.options[name], key=lambda c: c[:1] != chosen[name][:1]):
-            if all(each.allows({**chosen, name: other}) for each in found.couplings):
-                return said(name), said(name, **{name: other})
-    return said(*(odd or dict.fromkeys(n for n in broken[::-1] if chosen[n]))), ""
+        own, stored = chosen[name], isinstance(found.named[name], Storage)
+        for other in sorted(found.options[name], key=lambda c: (c[:1] != own[:1], stored and not c)):
+            changed = {**chosen, name: other}
+            if all(each.allows(changed) for each in found.couplings):
+                return said(name), said(name, **{name: other}), found.read(changed)
+    return said(*(odd or dict.fromkeys(n for n in broken[::-1] if chosen[n]))), "", None
 
 
 MEMORY_SHARE = 0.02
@@ -172,13 +184,16 @@ class UnlikeArray:
     options: Options = DEFAULT
 
 
-def lint(model: Model, evaluation: Evaluation, hardware: Hardware, options: Options) -> list[Finding]:
+def lint(
+    model: Model, evaluation: Evaluation, hardware: Hardware, options: Options, limit: float | None = None
+) -> list[Finding]:
     """The findings about a layout, the costliest kind first; none if nothing looks like a mistake.
 
     Args:
       evaluation: the lowered and predicted layout; `options` are those of lowering.
+      limit: of memory, in bytes per device; None: the hardware's.
     """
-    return list(_Lint(model, evaluation, hardware, options).findings())
+    return list(_Lint(model, evaluation, hardware, options).findings(limit))
 
 
 def slower(found: Cost, best: Cost) -> Finding | None:
@@ -255,13 +270,11 @@ class _Lint:
         self.mesh, self.layout = evaluation.program.mesh, evaluation.program.layout
         self.lost = self._unexpressed(self.layout)
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self, limit: float | None) -> Iterator[Finding]:
         framework = self.hardware.framework
-        lost, mend = self.lost
-        if lost:
-            fix = f"runs this layout with {mend}" if mend else "can run what a search under it finds"
+        if lost := self.lost[0]:
             message = f"{framework} has no setting for {lost}; the prediction is as if it had"
-            yield Finding(kind="not expressed", message=message, fix=f"{framework} {fix}")
+            yield Finding(kind="not expressed", message=message, fix=f"{framework} {self._runs(limit)}")
         for axis, found in self.evaluation.repeated.items():
             mended, layout, saved = self._split_more(axis, found.dims)
             yield self._work(axis, found, mended, layout)
@@ -306,8 +319,8 @@ class _Lint:
             if axis in self.layout.axes(name) or size % self.mesh.group_size(axes):
                 continue
             more = self.layout.with_rules({name: tuple(a for a in self.mesh.names if a in axes)})
-            seconds = self._seconds(more)
-            if seconds is not None and seconds < now and (self.lost[0] or not self._unexpressed(more)[0]):
+            seconds = found.cost.step_seconds if (found := self._evaluated(more, self.options)) else now
+            if seconds < now and (self.lost[0] or not self._unexpressed(more)[0]):
                 faster.append((seconds, name, more))
         faster = [x for x in sorted(faster, key=lambda x: x[0]) if 2 * (now - x[0]) > now - min(faster)[0]]
         said = (f"{n!r} over {'+'.join(x.axes(n))}: {100 * (1 - s / now):.0f}%" for s, n, x in faster[:2])
@@ -315,15 +328,26 @@ class _Lint:
             return None, None, 0.0
         return f"split {', or '.join(said)} less step time", str(faster[0][2]), 1 - faster[0][0] / now
 
-    def _unexpressed(self, layout: Layout) -> tuple[str, str]:
+    def _runs(self, limit: float | None) -> str:
+        """What the framework runs instead, with its time and memory."""
+        _, mend, runs = self.lost
+        if runs is None:
+            return "can run what a search under it finds"
+        found = self._evaluated(*runs)
+        if found is None:
+            return f"runs this layout with {mend}"
+        peak, most = found.memory.peak, self.hardware.usable_memory_bytes if limit is None else limit
+        step = step_change(found.cost.step_seconds, self.evaluation.cost.step_seconds)
+        fits = found.known.fits(peak, most)
+        return f"runs this layout with {mend}: step {step}, {used_text(peak, most)}, fits: {fits}"
+
+    def _unexpressed(self, layout: Layout) -> Lost:
         return unexpressed(self.model, self.hardware, self.mesh, layout, self.options)
 
-    def _seconds(self, layout: Layout) -> float | None:
-        try:
-            found = evaluate(self.model, self.mesh, layout, self.hardware, self.options)
-        except LayoutError:
-            return None
-        return found.cost.step_seconds
+    def _evaluated(self, layout: Layout, options: Options) -> Evaluation | None:
+        with suppress(UserError):
+            return evaluate(self.model, self.mesh, layout, self.hardware, options)
+        return None
 
     def _indivisible(self, axis: str, found: Repeated) -> Iterator[Finding]:
         ways = self.mesh.size(axis)
@@ -359,12 +383,8 @@ class _Lint:
         """The lowest stage that saves memory, and what it costs."""
         for stage in STAGES[1:]:
             stages = stored_at(self.model.graph.variables.values(), stage)
-            options = replace(self.options, storage=stages)
-            try:
-                found = evaluate(self.model, self.mesh, self.layout, self.hardware, options)
-            except LayoutError:
-                continue
-            if found.memory.peak < (1 - MEMORY_SHARE) * peak:
+            found = self._evaluated(self.layout, replace(self.options, storage=stages))
+            if found is not None and found.memory.peak < (1 - MEMORY_SHARE) * peak:
                 return (
                     f"--storage {stage}: peak memory {size_text(found.memory.peak)} instead of "
                     f"{size_text(peak)}, step "

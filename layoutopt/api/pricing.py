@@ -74,7 +74,7 @@ class PricedLayout(Shown):
     def findings(self) -> list[Finding]:
         """Likely mistakes in the layout."""
         of = self.evaluation
-        return linting.lint(of.model, of, of.prices.hardware, self.options)
+        return linting.lint(of.model, of, of.prices.hardware, self.options, self.limit)
 
     @cached_property
     def notes(self) -> tuple[str, ...]:

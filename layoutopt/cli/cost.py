@@ -51,7 +51,7 @@ def cost(
         _show(terminal, loaded, found, machine, limit)
         if lines:
             terminal.show("", cost_tables.line_table(opened))
-        show_doubts(terminal, found.findings)
+        show_doubts(terminal, [f for f in found.findings if f.kind != "not expressed"])
         for note in notes:
             terminal.show("", f"note: {note}")
 
@@ -117,6 +117,7 @@ def _show(terminal: Terminal, loaded: Loaded, found: PricedLayout, machine: Hard
         *([("host", p.host)] if p.host else []),
         ("accuracy", sure(machine, of.known)),
         ("fits", fits if reason is None else f"no: {reason}"),
+        *((f.kind, f"{f.message}; {f.fix}") for f in found.findings if f.kind == "not expressed"),
     ]
     axes = cost_tables.axis_table(price)
     tables = [

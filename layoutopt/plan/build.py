@@ -139,17 +139,17 @@ class Plan:
         return self.data.alternatives
 
     def alternative(self, name: str) -> Alternative:
-        """The alternative of this name, else the one with it in its name; FSDP, TP and DP + TP are names, too.
+        """The alternative of this name or short name (FSDP, DP + TP), else the one with it in its name.
 
         Raises:
-          UserError: no alternative, or more than one, has the name, or the plan's own layout has it.
+          UserError: no alternative, or more than one, but the plan's own layout has the name.
         """
-        made = self.mesh, self.layout, self.options.key
-
-        def own(of: Alternative) -> bool:
-            return made == (Mesh(of.mesh or self.data.mesh), layout_of(of), options_of(of).key)
-
-        asked, others = name.casefold(), {of.name: of for of in self.alternatives if not own(of)}
+        at, own, asked = self.data.mesh, (self.layout, self.options.key), name.casefold()
+        others = {
+            of.name: of
+            for of in self.alternatives
+            if (of.mesh or at, (layout_of(of), options_of(of).key)) != (at, own)
+        }
         known = {n: _short_names(n) for n in others}
         exact = [n for n, short in known.items() if asked in (n.casefold(), *short[:1])]
         parts = [n for n, short in known.items() if asked in short]
@@ -157,8 +157,6 @@ class Plan:
         if len(found) == 1:
             return others[found[0]]
         what = "means several alternatives" if found else "is neither a layout nor an alternative"
-        if name in {of.name for of in self.alternatives} - others.keys():
-            what = "is the layout"
         raise UserError(f"{name!r} {what} of the plan; {known_names(name, found or others)}")
 
     @property

@@ -15,6 +15,10 @@ import layoutopt
 from costmodels.hardware import preset_content, write_profile
 from layoutopt.cli import app
 from layoutopt.models.loading import load_model
+from layoutopt.plan.build import load_plan
+from layoutopt.plan.decided import Decided
+from layoutopt.plan.schema import Alternative
+from mesh_tf_core.errors import UserError
 
 # Large enough that splitting pays.
 LM = "examples/transformer_lm.py"
@@ -130,6 +134,23 @@ def test_an_alternative_is_compared_by_its_name(
     assert (
         "'repliated' is neither a layout nor an alternative of the plan; did you mean 'replicated'"
     ) in error
+
+
+def test_a_short_name_means_an_alternative_and_never_the_plan_itself(plan_file: Path) -> None:
+    """Exact names first, then parts."""
+    plan = load_plan(plan_file)
+    own = {name: getattr(plan.data, name) for name in (*Decided.model_fields, "layout")}
+    answer = Alternative(name="FSDP + context parallel", **own)
+    other = {**own, "layout": {}}
+    names = ["FSDP + tensor parallel", "fully sharded (FSDP)", "data + tensor parallel", "data parallel"]
+    plan.data.alternatives[:] = [answer, *(Alternative(name=name, **other) for name in names)]
+    for asked, found in {"FSDP": names[1], "DP": names[3], "dp + tp": names[2], "sharded": names[1]}.items():
+        assert plan.alternative(asked).name == found
+    del plan.data.alternatives[1:3]
+    assert plan.alternative("TP").name == names[2]
+    for asked in ("FSDP", "FSDP + context parallel", "PP"):
+        with pytest.raises(UserError, match=r"known: data [+] tensor parallel, data parallel$"):
+            plan.alternative(asked)
 
 
 def test_a_plan_that_is_no_longer_true_is_told(

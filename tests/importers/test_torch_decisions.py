@@ -396,9 +396,7 @@ def test_what_is_inside_of_a_module_is_sharded_first() -> None:
     model, (tied, _) = imported("rereading")
     assert {*_wrapped(tied, [], model.styles.reads, model.styles.called)} == {"inner"}
     assert "vocab" in model.styles.without
-    found = [
-        *_wrapped(module, [f"{part}.block.{n}" for part in ("encoder", "decoder") for n in (1, 2)], {})
-    ]
+    found = [*_wrapped(module, [f"{part}.block.{n}" for part in ("encoder", "decoder") for n in (1, 2)], {})]
     assert {f"{part}.block.{n}" for part in ("encoder", "decoder") for n in range(3)} < {*found}
     assert not any(".block.0." in path for path in found)
 

@@ -14,7 +14,7 @@ from costmodels.hardware import load_hardware, machine_of, with_settings
 from costmodels.hardware.model import CompilerName
 from costmodels.pricing.hidden import Cost
 from examples.moe_lm import model as mixture
-from layoutopt.analysis.lint import lint, slower, unexpressed
+from layoutopt.analysis.lint import NOTHING, lint, slower, unexpressed
 from layoutopt.importers.huggingface import from_huggingface
 from layoutopt.optimize.evaluation.evaluator import evaluate
 from layoutopt.plan.results import Finding
@@ -197,7 +197,7 @@ def test_splits_that_are_proposed_save_as_said_and_can_be_expressed(framework: s
         layout = Layout(f"batch:data;{name}:data")
         mended = evaluate(model, mesh, layout, hardware, PLAIN)
         assert abs(1 - mended.cost.step_seconds / own.cost.step_seconds - int(less) / 100) < 0.01
-        assert unexpressed(model, hardware, mesh, layout, PLAIN) == ("", "")
+        assert unexpressed(model, hardware, mesh, layout, PLAIN) == NOTHING
 
 
 @pytest.mark.nightly

@@ -25,6 +25,7 @@ from layoutopt.optimize.problems.subproblems import Subproblem, listed
 from layoutopt.plan.build import Plan, decided, layout_of, options_of
 from layoutopt.plan.export import FORMATS, export
 from layoutopt.plan.exported import Exported, placed
+from layoutopt.plan.units import used_text
 from layoutopt.space.allow import resolved
 from layoutopt.space.decisions import Decisions, SearchSpace, decisions
 from layoutopt.space.degrees import Degrees
@@ -199,8 +200,25 @@ def test_the_axes_that_a_framework_stores_over_are_named() -> None:
     )
     (found,) = (f for f in whole.findings if f.kind == "not expressed")
     assert "for storage zero1;" in found.message
-    assert found.fix == "megatron runs this layout with storage zero1@a"
+    of, limit = part.evaluation, part.limit
+    held = used_text(of.memory.peak, limit)
+    assert re.fullmatch(
+        f"megatron runs this layout with storage zero1@a: step .*, {re.escape(held)}, fits: yes",
+        str(found.fix),
+    )
     assert not [f for f in part.findings if f.kind == "not expressed"]
+
+
+def test_storage_that_pipelines_of_a_framework_lack_is_named_as_it_was_given() -> None:
+    """Beside `fits`, with what runs instead, and whether that fits."""
+    args = ["cost", transformer_lm.__file__, "--mesh", "pipe:2;data:4", "--layout", "layers:pipe;batch:data"]
+    args += ["--schedule", "1f1b", "--microbatches", "4", "--set", "batch=16", "--hardware", "h100"]
+    args += ["--framework", "torchtitan", "--memory", "20MiB", "--storage"]
+    rows = CliRunner().invoke(app, [*args, "zero3"], env={"COLUMNS": "400"}).stdout.splitlines()
+    (at,) = (n for n, row in enumerate(rows) if "torchtitan has no setting for storage zero3;" in row)
+    assert re.match("fits +yes", rows[at - 1])
+    assert re.search(r"with storage zero1: step \d+ % shorter, .* of 20.0 MiB .*, fits: no$", rows[at])
+    assert "no setting" not in CliRunner().invoke(app, [*args, "zero1"]).stdout
 
 
 def test_any_number_of_recomputed_layers_is_expressed_where_the_search_takes_it() -> None:

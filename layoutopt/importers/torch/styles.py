@@ -142,19 +142,17 @@ class StyleFlow:
         for path in mixing(origin.block, self.experts):
             self.without[self.experts[path]] = f"{path} does more than add up what it makes of single rows"
         names, held = dict[str, int](), owned(module, parameters)
-        by, owners = dict[str, set[str]](), dict[str, set[str]]()
-        for e in origin.block.walk():
-            for x in e.ins:
-                by.setdefault(getattr(x, "path", ""), set()).add(e.scope.replace("/", "."))
-        for path, array in parameters.items():
-            owners.setdefault(array.path, set()).add(path.rpartition(".")[0])
+        by = dict[str, set[str]]()
+        for x, scope in ((x, e.scope) for e in origin.block.walk() for x in e.ins):
+            by.setdefault(getattr(x, "path", ""), set()).add(scope.replace("/", "."))
         self.reads = {path: by.get(array.path, set()) for path, array in parameters.items()}
         for path, array, of in held:
             styled = isinstance(of, torch_module().nn.Linear | torch_module().nn.Embedding)
             sent = path.rpartition(".")[0] in self.experts
             for name, size in zip(sum(array.axes, ()), sum(array.sizes, ()), strict=True):
                 names[name] = size
-                if styled and self.reads[path] - owners[array.path]:
+                tied = (p.rpartition(".")[0] for p, a in parameters.items() if a is array)
+                if styled and self.reads[path].difference(tied):
                     self.without.setdefault(name, f"code outside of its module reads {path}")
                 if not styled and not (sent and name in choices):
                     self.without.setdefault(name, f"{path} is neither of a linear map nor of an embedding")
