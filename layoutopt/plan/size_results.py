@@ -216,7 +216,7 @@ class SizeResult(CommandResult):
 
     Attributes:
       accuracy: how sure the times of each hardware of the candidates are.
-      unsearched: hardware that there was no time for.
+      unsearched: hardware, or numbers of it that were asked for, that there was no time for.
       scaled: hyperparameters in which sizes differ, with their powers of a common factor.
       courses: of some of the sizes that were searched; `least`: the least loss by the law at some FLOPs.
     """

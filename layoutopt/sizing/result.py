@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.known import Known
@@ -168,8 +168,8 @@ def result_of(answering: Answering, best: SizeRow) -> SizeResult:
     )
     told = {id(r): sized(r, forecast, id(r) in best_of_all) for r in rows}
     answer = told[id(best)]
-    batch, seen = critical_batch(best.loss), {each.hardware for each in answering.unfit}
-    seen |= {row.timing.machine.name for row in (*rows, *answering.beaten)}
+    batch, seen = critical_batch(best.loss), {(each.hardware, each.devices) for each in answering.unfit}
+    seen |= {row.place for row in (*rows, *answering.beaten)}
     return SizeResult(
         model=best.candidate.model.name,
         question=question.facts(),
@@ -179,7 +179,7 @@ def result_of(answering: Answering, best: SizeRow) -> SizeResult:
         scaled={} if question.goal == "tokens" and answering.sizes is None else answering.family.powers,
         beaten=[Beaten(**row.facts()) for row in answering.beaten],
         unfit=answering.unfit,
-        unsearched=[machine.name for machine in answering.machines if machine.name not in seen],
+        unsearched=[*_unsearched(answering, seen)],
         optimum=optimum(answering, best),
         flat=flat(answering, best),
         sweeps=[*sweeps(answering, best)],
@@ -189,6 +189,15 @@ def result_of(answering: Answering, best: SizeRow) -> SizeResult:
         accuracy=[*accuracy(answering, best)],
         notes=[*_notes(answering, best, answer, batch)],
     )
+
+
+def _unsearched(answering: Answering, seen: Set[tuple[str, int]]) -> Iterator[str]:
+    """The hardware, or numbers of it that somebody asked for, that there was no time for."""
+    for name in (machine.name for machine in answering.machines):
+        if name not in {each for each, _ in seen}:
+            yield name
+        else:
+            yield from (f"{n} {name}" for n in answering.question.devices if (name, n) not in seen)
 
 
 def _is_usual(row: SizeRow) -> bool:

@@ -306,6 +306,11 @@ def test_hardware_without_time_is_named_beside_the_recommendation(monkeypatch: p
     assert {left, found.best.hardware} == {"tpu-v5e", "tpu-v4"}
     rows = [name for name, words in size_tables._answer(found, found.best) if left in words]
     assert rows == ["not compared"]
+    monkeypatch.undo()
+    ended(monkeypatch, LimitError)
+    asked = {**ASKED, "tokens": 1e9, "devices": (1, 2), "candidates": 1}
+    found = layoutopt.size(words, TINY, **asked).data
+    assert found.unsearched == [f"{({1, 2} - {found.best.devices}).pop()} {found.best.hardware}"]
 
 
 def test_rows_after_the_best_are_searched_with_everything_too(
