@@ -110,7 +110,7 @@ def _choices(kind: type[Decision], target: Target) -> tuple[dict[str, Any], list
 
 
 Lost = tuple[str, str, tuple[Layout, Options] | None]
-"""What a framework has no setting for, and a change that mends it, in words and as what then runs."""
+"""A setting that a framework lacks, and a change that mends it, in words and as what then runs."""
 NOTHING: Lost = "", "", None
 
 

@@ -12,7 +12,7 @@ from layoutopt.importers.torch.calls import torch_module
 from layoutopt.importers.torch.capture import without_checkpoints
 from layoutopt.importers.torch.ranks import DATA, EXPERTS, PIPE, TENSOR, PlanRanks, split_experts
 from layoutopt.importers.torch.stacks import PassingHooks, TensorBlock, on_ranks
-from layoutopt.importers.torch.styles import Readers, StyleFlow, linear_dims, owned
+from layoutopt.importers.torch.styles import ReadBy, StyleFlow, linear_dims, owned
 from layoutopt.importers.torch.sums import split_linear, sum_gradients, sync_batch_norms
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.lower.remat_policy import ATTENTION, PRODUCTS
@@ -84,7 +84,7 @@ def same_everywhere(module: Any) -> None:
 
 
 def _wrapped(
-    module: Any, layers: Collection[str], reads: Readers, called: Any = None, matrices: bool = True
+    module: Any, layers: Collection[str], reads: ReadBy, called: Any = None, matrices: bool = True
 ) -> Iterator[str]:
     """What gathers its parameters on its own: each layer, and outside of them each module with a matrix, as
     the root keeps what it gathers until the backward pass. A weight that code around a module `reads`, as a

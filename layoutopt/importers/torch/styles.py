@@ -50,7 +50,7 @@ def module_parameters(module: Any, origin: ImportedFunction) -> dict[str, ArrayA
 
 
 Owned = list[tuple[str, ArrayAxes, Any]]
-Readers = dict[str, set[str]]
+ReadBy = dict[str, set[str]]
 """Path of a parameter -> the modules whose own code reads it."""
 
 
