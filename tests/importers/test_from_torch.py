@@ -263,7 +263,7 @@ def test_checkpoints_of_the_module_are_kept(reentrant: bool) -> None:
     """Trap 7."""
     model = layoutopt.from_torch(Layers(reentrant), {"x": torch.randn(4, 8)})
     assert model.origin is not None and model.origin.recomputed == {"layers"}
-    note = "the function applies torch.utils.checkpoint to the loop over layers, but the plan"
+    note = "the plan does not recompute the loop over layers: this torch.utils.checkpoint of the function"
     assert any(note in text for text in model.notes(mtf.Options()))
 
 
