@@ -13,7 +13,6 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TaskID, Text
 
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import duration_text
-from layoutopt.space.allow import USUAL
 
 if TYPE_CHECKING:
     from layoutopt.optimize.entry import SearchStatus
@@ -83,6 +82,8 @@ class Bounds(Display):
 
     def show(self, now: SearchStatus) -> None:
         """How far a search of several meshes is; a line where it has proven the best usual layout."""
+        from layoutopt.space.allow import USUAL
+
         if self.space == USUAL != now.space and math.isfinite(self.best):
             best = self.shown(self.best)
             self.terminal.say(f"the best {self.space} layout: {best}; searching {now.space} (Ctrl-C ends it)")

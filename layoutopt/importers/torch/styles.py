@@ -210,8 +210,9 @@ class StyleFlow:
                 why = f"{self._what(node)} combines it with values that all ranks have alike"
                 self.without.setdefault(name, why)
         if not isinstance(node.op, CrossEntropy | LogSumExp):  # `loss_parallel` has these of pieces
-            # What gets another name is what code may cut, as `chunk` does.
-            for name in self._outer & (seen & {*roles.whole, *roles.reduced} | (seen - out)):
+            # What gets another name is what code may cut, as `chunk` does; rows leave experts by themselves.
+            cut = seen - out - {*self.experts.values()}
+            for name in self._outer & (seen & {*roles.whole, *roles.reduced} | cut):
                 self.without.setdefault(name, f"{self._what(node)} needs all of it")
 
     def _what(self, node: Node) -> str:
