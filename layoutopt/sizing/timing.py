@@ -52,7 +52,7 @@ class Timing:
       step_seconds: of its best layout, or a bound that no layout is below; inf: nothing fits.
       plan: its best layout; None: nothing fits, or nothing was searched.
       reason: why nothing fits.
-      usual: only the usual layouts were searched yet.
+      usual: no search of its own for layouts of all kinds has followed yet.
     """
 
     candidate: SizeCandidate
