@@ -19,33 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.time_limits import BY_CPU
+from benchmarks.torch_modules_made import LLAMA_8B, LLAMA_70B, QWEN3
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "benchmarks" / "results" / "plain_searches.json"
-LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "rope_theta": 500000.0}
-LLAMA |= {"torch_dtype": "bfloat16", "tie_word_embeddings": False}
+WHOLE = {"torch_dtype": "bfloat16", "tie_word_embeddings": False}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "Llama 3 8B": LLAMA
-    | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32},
-    "Llama 3 70B": LLAMA
-    | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80},
-    "Qwen3 30B-A3B": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "vocab_size": 151936,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    },
+    "Llama 3 8B": WHOLE | LLAMA_8B | {"model_type": "llama"},
+    "Llama 3 70B": WHOLE | LLAMA_70B | {"model_type": "llama"},
+    "Qwen3 30B-A3B": WHOLE | QWEN3 | {"model_type": "qwen3_moe"},
     "Gemma 2 9B": {
         "model_type": "gemma2",
         "hidden_size": 3584,
